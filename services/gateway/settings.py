@@ -138,7 +138,7 @@ class GatewaySettings(KeySettings, ClientTlsSettings, TracingSettings, section="
         16384,
         ge=1,
         description="HTTP connections (at most the limit of open files, minus the gRPC connections and a reserve of up "
-        "to 256); one more replaces a connection without a complete request, or gets 503",
+        "to 256); one more replaces a connection without a complete request or unsent answer, or gets 503",
     )
     max_grpc_connections: int = Field(
         4096,

@@ -258,6 +258,8 @@ class CpuLayers:
         """Hidden states, as from run(). results: tensors for other results, by their places in the arguments."""
         num_rows = tokens.shape[0]  # len() of a tensor takes several calls of Python
         if (planned := self._attention.planned_rows(num_rows)) is None:
+            if self._one_row is not None:
+                self._one_row.begin_other()
             return None
         num_chunks = len(planned.chunks)
         indices = {at.TOKENS: tokens, at.POSITIONS: positions, at.SLOTS: self._attention.slot_mapping}

@@ -397,8 +397,9 @@ class Connections:
         connections. False if there is no such connection, or if the client `but` has as many."""
         client = self.counts.largest(but=but)
         for connection in self.open:
-            is_idle = connection.awaits_request and not connection.num_unsent
-            if connection.client == client and is_idle and not connection.transport.is_closing():
+            if connection.client == client and connection.awaits_request and not connection.transport.is_closing():
+                if connection.num_unsent:
+                    continue
                 connection.drop()
                 return True
         return False

@@ -61,9 +61,11 @@ def _num_in_kernel(sock: socket.socket) -> int:
     does not report it."""
     if sys.platform != "linux":
         return 0
+    if sock.fileno() < 0:  # closed; with TLS, a turn of the event loop before the connection hears of it
+        return 0
     try:
         answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-    except OSError:  # closed
+    except OSError:
         return 0
     num_bytes: int = struct.unpack("=i", answer)[0]
     return num_bytes

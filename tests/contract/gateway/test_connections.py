@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.http import server as http_server
 from services.gateway.http.connection import HttpConnection
 from services.gateway.http.server import HttpServer
+from services.gateway.http.slow_clients import Reader
 from tests.contract.gateway.conftest import until
 from tests.support.certificates import make_certificates, server_tls, trusting
 
@@ -172,6 +174,17 @@ async def test_a_connection_with_an_unsent_answer_does_not_close_for_a_new_one(
     await until(lambda: not server.has_unsent)
     assert server.connections._evict(but="127.0.0.2")
     assert await asyncio.wait_for(reader.read(), 10) == b""
+
+
+async def test_a_closed_socket_has_nothing_unsent(server: HttpServer, connect: Connect) -> None:
+    """With TLS, the socket closes before the connection hears of it. A new connection may come between."""
+    reader, writer = await connect()
+    writer.write(GET)
+    assert await answer(reader) == b""
+    (connection,) = server.connections.open
+    sock = socket.socket(fileno=os.dup(connection._sock.fileno()))
+    sock.close()
+    assert Reader(sock, connection.transport).num_unsent == 0
 
 
 async def test_an_answer_that_waits_for_the_end_of_the_turn_counts_as_unsent(

@@ -487,7 +487,20 @@ def test_one_row_takes_one_thread_if_two_are_all_cores(monkeypatch: pytest.Monke
         assert not ours.cpu_layers.leaves_core(2)
     assert threads == [1, 2, 1]
     ours.decoder.logits(torch.zeros(1, CONFIGS["wide"].hidden_size, dtype=dtype))
-    assert threads == [1, 2, 1, 2]  # the layers of a prompt took both threads, and its head does too
+    assert threads == [1, 2, 1, 2]  # the head by itself, after the layers of a prompt
+
+
+def test_a_step_after_a_prompt_is_not_expected_to_take_one_thread() -> None:
+    """Also if no kernel computes the prompt's attention."""
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("numba has one thread")
+    for kind in ("wide", "narrow"):
+        ours = SmallDecoder(CONFIGS[kind], torch.float32, 2, at_once=True, takes_both_cores=True)
+        assert ours.cpu_layers is not None
+        for extents, expected in (([(5, 1)], True), ([(0, 30)], False)):
+            step = step_of(extents)
+            ours.run(step, content_of(step, ours.pool))
+            assert ours.cpu_layers.leaves_core(1) == expected
 
 
 def test_only_a_worker_on_both_of_two_cores_compares_threads() -> None:

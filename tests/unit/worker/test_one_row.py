@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 
 import pytest
 
@@ -67,10 +68,17 @@ def test_few_slow_steps_decide_nothing() -> None:
     steps = Steps(lambda one: 2.0 if one else 3.0)
     steps.take(COMPARED_STEPS)
     steps.seconds = lambda one: 200.0 if one else 3.0
-    steps.take(8)
+    steps.take(4)
     steps.seconds = lambda one: 2.0 if one else 3.0
-    steps.take(COMPARED_STEPS - 8)
+    steps.take(COMPARED_STEPS - 4)
     assert steps.take(100) == [True] * 100
+
+
+def test_many_slow_steps_decide_though_most_are_fast() -> None:
+    """With both cores taken, some steps are interrupted."""
+    durations = cycle([2.0, 2.0, 6.0])
+    steps = Steps(lambda one: 3.0 if one else next(durations))
+    assert steps.take(10_000).count(False) < 300
 
 
 def test_steps_of_other_sizes_are_compared_apart() -> None:
@@ -82,6 +90,38 @@ def test_steps_of_other_sizes_are_compared_apart() -> None:
     assert steps.take(50, LARGE) == [False] * 50
     steps.seconds = lambda one: 2.0 if one else 3.0
     assert steps.take(50) == [True] * 50
+
+
+def test_a_step_counts_for_its_own_size() -> None:
+    """Small and large ones in turns: for small ones one thread is faster."""
+    steps = Steps(lambda one: 2.0 if one else 3.0)
+    taken: dict[int, list[bool]] = {SMALL: [], LARGE: []}
+    for _ in range(1000):
+        steps.seconds = lambda one: 2.0 if one else 3.0
+        taken[SMALL] += steps.take(1, SMALL)
+        steps.seconds = lambda one: 30.0 if one else 20.0
+        taken[LARGE] += steps.take(1, LARGE)
+    assert taken[SMALL].count(False) < 100
+    assert taken[LARGE].count(True) < 100
+
+
+def test_the_next_comparison_comes_soon_after_a_change() -> None:
+    steps = Steps(lambda one: 2.0 if one else 3.0)
+    steps.take(20_000)
+    steps.seconds = lambda one: 3.0 if one else 2.0
+    while steps.take(1) == [True]:
+        pass
+    steps.take(2 * COMPARED_STEPS)
+    assert steps.take(LEAST_STEPS_BETWEEN + 2 * COMPARED_STEPS).count(True) == COMPARED_STEPS
+
+
+def test_steps_that_never_count_take_mostly_the_first_number_of_threads() -> None:
+    steps = Steps(lambda one: 2.0)
+    taken = []
+    for _ in range(5000):
+        taken += steps.take(1)
+        steps.pause(1.0)
+    assert taken.count(False) < 200
 
 
 def test_the_pause_before_another_step_does_not_count() -> None:
