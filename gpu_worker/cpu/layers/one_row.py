@@ -63,8 +63,8 @@ class ThreadsOfOneRow:
     All threads read the weights faster. But if they take all cores, the services interrupt them, and then each thread
     waits for the others. What costs less depends on the CPU, on what else runs on the machine, and on how much the step
     reads. So both are tried now and then. A step takes from its begin to the begin of the next: what the services do
-    meanwhile counts, too. (If most requests have one or two tokens, their pauses count as well, and either may win.) The
-    results are the same, bit for bit."""
+    meanwhile counts, too. (If most requests have one or two tokens, the pauses between them may count as well, and
+    either may win.) The results are the same, bit for bit."""
 
     def __init__(self, most_bytes_first: int) -> None:
         """most_bytes_first: steps that read no more than this take one thread until they have been compared."""

@@ -52,9 +52,9 @@ class HttpServer:
 
     A client may have `max_per_client` connections (default: half of `max_connections`, at least 64); one more gets 429.
     At `max_connections`, a new connection closes an idle one (it waits for a request and has sent its answers) of the
-    client with the most connections. If that client has no such connection, or if the new connection's own client has as many connections,
-    the new connection gets 503. `max_connections` is lowered if the limit of open files does not leave room for so many
-    besides `other_connections`.
+    client with the most connections. If that client has no such connection, or if the new connection's own client has
+    as many connections, the new connection gets 503. `max_connections` is lowered if the limit of open files does not
+    leave room for so many besides `other_connections`.
 
     With `tls`, it speaks HTTPS only, and closes a connection above the limits without an answer.
     """
