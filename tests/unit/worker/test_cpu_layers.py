@@ -365,6 +365,7 @@ def test_models_that_the_function_cannot_compute_have_none(dtype: torch.dtype, m
     assert _made(config_of(), dtype, pack=False) is None
     assert _made(config_of(hidden_size=96), dtype) is None  # no multiple of 64 outputs
     if numba.config.NUMBA_NUM_THREADS > 1:
+        assert _made(config_of(), dtype, threads=2) is not None
         monkeypatch.setattr(module, "threading_layer", lambda: "tbb")
         assert _made(config_of(), dtype, threads=2) is None
 
