@@ -397,9 +397,8 @@ class Connections:
         connections. False if there is no such connection, or if the client `but` has as many."""
         client = self.counts.largest(but=but)
         for connection in self.open:
-            if connection.client == client and connection.awaits_request and not connection.transport.is_closing():
-                if connection.num_unsent:
-                    continue
+            is_theirs = connection.client == client and not connection.transport.is_closing()
+            if is_theirs and connection.awaits_request and not connection.num_unsent:
                 connection.drop()
                 return True
         return False

@@ -491,12 +491,12 @@ def test_one_row_takes_one_thread_if_two_are_all_cores(monkeypatch: pytest.Monke
     assert threads == [1, 2, 1, 2]  # the head by itself, after the layers of a prompt
 
 
-def test_a_step_after_a_prompt_is_not_expected_to_take_one_thread() -> None:
+def test_a_step_after_a_prompt_is_not_expected_to_take_one_thread(dtype: torch.dtype) -> None:
     """Also if no kernel computes the prompt's attention."""
     if numba.config.NUMBA_NUM_THREADS < 2:
         pytest.skip("numba has one thread")
     for kind in ("wide", "narrow"):
-        ours = SmallDecoder(CONFIGS[kind], torch.float32, 2, at_once=True, takes_both_cores=True)
+        ours = SmallDecoder(CONFIGS[kind], dtype, 2, at_once=True, takes_both_cores=True)
         assert ours.cpu_layers is not None
         for extents, expected in (([(5, 1)], True), ([(0, 30)], False)):
             step = step_of(extents)
@@ -504,10 +504,10 @@ def test_a_step_after_a_prompt_is_not_expected_to_take_one_thread() -> None:
             assert ours.cpu_layers.leaves_core(1) == expected
 
 
-def test_only_a_worker_on_both_of_two_cores_compares_threads() -> None:
+def test_only_a_worker_on_both_of_two_cores_compares_threads(dtype: torch.dtype) -> None:
     config = CONFIGS["wide"]
-    spare = SmallDecoder(config, torch.float32, 2, at_once=True)
-    one = SmallDecoder(config, torch.float32, 1, at_once=True, takes_both_cores=True)
+    spare = SmallDecoder(config, dtype, 2, at_once=True)
+    one = SmallDecoder(config, dtype, 1, at_once=True, takes_both_cores=True)
     step = step_of([(5, 1)])
     for decoder in (spare, one):
         decoder.run(step, content_of(step, decoder.pool))
@@ -515,11 +515,13 @@ def test_only_a_worker_on_both_of_two_cores_compares_threads() -> None:
         assert not decoder.cpu_layers.leaves_core(1)
 
 
-def test_the_bytes_of_a_step_of_one_row_are_weights_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_of_a_step_of_one_row_are_weights_keys_and_values(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     if numba.config.NUMBA_NUM_THREADS < 2:
         pytest.skip("numba has one thread")
     config = CONFIGS["wide"]
-    ours = SmallDecoder(config, torch.bfloat16, 2, at_once=True, takes_both_cores=True)
+    ours = SmallDecoder(config, dtype, 2, at_once=True, takes_both_cores=True)
     read: list[int] = []
     begin = ThreadsOfOneRow.begin
 
@@ -531,12 +533,12 @@ def test_the_bytes_of_a_step_of_one_row_are_weights_keys_and_values(monkeypatch:
     for cached in (8, 9):
         step = step_of([(cached, 1)])
         ours.run(step, content_of(step, ours.pool))
-    of_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    of_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     assert read[1] - read[0] == of_token
     projected = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     of_layer = config.hidden_size * (projected + 3 * config.intermediate_size)
     matrices = config.num_layers * of_layer + config.hidden_size * config.vocab_size
-    assert 1.0 < (read[0] - 9 * of_token) / (2 * matrices) < 1.05  # there are norms, too
+    assert 1.0 < (read[0] - 9 * of_token) / (dtype.itemsize * matrices) < 1.05  # there are norms, too
 
 
 def test_a_step_runs_in_another_python_thread_than_it_was_built_in() -> None:
