@@ -16,6 +16,7 @@ from services.cli.arguments import plain
 from services.cli.bench.load.prompts import Endpoint
 from services.cli.bench.stats.records import INTERRUPTED, RequestRecord
 from services.cli.bench.stats.reply import ReplyError, StreamedReply, error_code
+from services.cli.http.event_lines import EventLines
 
 CONNECT_TIMEOUT_S = 10.0
 PATHS: dict[Endpoint, str] = {"chat": "/chat/completions", "completion": "/completions"}
@@ -91,8 +92,9 @@ class LoadClient:
         ):
             if response.status_code != 200:
                 raise ReplyError(_status_reason(response.status_code, await response.aread()))
-            async for line in response.aiter_lines():
-                if line:
+            lines = EventLines()
+            async for chunk in response.aiter_bytes():
+                for line in lines.add(chunk):
                     reply.feed(line, time.perf_counter())
         reply.end(time.perf_counter())
 

@@ -13,6 +13,7 @@ import httpx
 from services.cli.api_key import API_KEY_ENV
 from services.cli.arguments import plain
 from services.cli.http.endpoint import Endpoint
+from services.cli.http.event_lines import EventLines
 
 CONNECT_S = 5.0
 MAX_CAUSE = 300
@@ -88,15 +89,10 @@ class HttpApi:
 
 
 def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The events of a stream. (httpx' own lines would also end at U+2028 and the like, which may be part of a text.)"""
-    rest: list[bytes] = []  # a large event comes in many chunks
+    """The events of a stream."""
+    lines = EventLines()
     for chunk in answer.iter_bytes():
-        if b"\n" not in chunk:
-            rest.append(chunk)
-            continue
-        *lines, last = b"".join((*rest, chunk)).split(b"\n")
-        rest = [last]
-        for line in lines:
+        for line in lines.add(chunk):
             data = line.removeprefix(b"data:").strip()
             if not line.startswith(b"data:") or data == b"[DONE]":
                 continue

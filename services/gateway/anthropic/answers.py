@@ -13,7 +13,8 @@ from services.gateway.anthropic.events import PING, BlockEvents, ContentReader, 
 from services.gateway.engine.request_store import Reading
 from services.gateway.engine.timings import SERVER_TIMING, first_token_timing, server_timing, timings
 from services.gateway.errors import ApiError
-from services.gateway.openai.answers import RAW_SEND, STREAM_HEADERS, JsonResponse, RunningAnswer
+from services.gateway.http.events import STREAM_HEADERS, events_message
+from services.gateway.openai.answers import RAW_SEND, JsonResponse, RunningAnswer
 from services.gateway.openai.format import Envelope
 
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -84,14 +85,14 @@ class MessageStream(_MessageAnswer):
             took = timings(self._generations)
             rest += event("message_delta", delta=self._stop(), usage=used, timings=took) + event("message_stop")
             async with self._writing:
-                await send({"type": "http.response.body", "body": rest, "more_body": False})
+                await send(events_message(rest, more_body=False))
         finally:
             pings.cancel()
 
     async def _emit(self, raw_send: Send, body: bytes) -> None:
         self._was_idle = False
         async with self._writing:
-            await raw_send({"type": "http.response.body", "body": body, "more_body": True})
+            await raw_send(events_message(body))
 
     async def _ping(self, raw_send: Send) -> None:
         while True:

@@ -12,6 +12,7 @@ import orjson
 from services.gateway.batches.calls import LineAnswer
 from services.gateway.batches.records import BatchRecord, Unrun
 from services.gateway.errors import ApiError
+from services.gateway.http.events import escape_separators
 from services.gateway.store.documents import ContentPiece, DocumentName, DocumentStore
 
 SERVED, FAILED = 0, 1  # marks of a batch's pieces; each line has one piece, with its number
@@ -32,14 +33,14 @@ def line_result(batch_id: str, number: int, custom_id: str, request_id: str, ans
     response = orjson.dumps({"status_code": answer.status, "request_id": request_id})
     # The body is JSON already, and may be large.
     data = b'%s,"response":%s,"body":%s},"error":null}\n' % (head[:-1], response[:-1], answer.body)
-    return ContentPiece(number, SERVED if answer.status == 200 else FAILED, data)
+    return ContentPiece(number, SERVED if answer.status == 200 else FAILED, escape_separators(data))
 
 
 def unrun_result(batch_id: str, number: int, custom_id: str, why: Unrun) -> ContentPiece:
     """A line of the error file for a request that was not run."""
     error = {"code": why, "message": _UNRUN[why]}
     result = {"id": _result_id(batch_id, number), "custom_id": custom_id, "response": None, "error": error}
-    return ContentPiece(number, FAILED, orjson.dumps(result) + b"\n")
+    return ContentPiece(number, FAILED, escape_separators(orjson.dumps(result)) + b"\n")
 
 
 def output_id(batch: BatchRecord, mark: int) -> str:

@@ -11,7 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.http.connection import CONNECTION, HttpConnection
-from services.gateway.openai.answers import STREAM_HEADERS
+from services.gateway.http.events import STREAM_HEADERS, escape_separators
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -59,4 +59,4 @@ def _cut_off(connection: HttpConnection) -> None:
 async def _events(slot: Slot) -> AsyncIterator[bytes]:
     async with aclosing(slot.items()) as items:
         async for item in items:
-            yield b"data: " + item + b"\n\n"
+            yield b"data: " + escape_separators(item) + b"\n\n"

@@ -16,6 +16,7 @@ from services.gateway.engine.logprobs import LogprobFormat, ScoredToken, echoed_
 from services.gateway.engine.request_store import Reading
 from services.gateway.engine.timings import SERVER_TIMING, first_token_timing, server_timing, timings
 from services.gateway.errors import ApiError
+from services.gateway.http.events import STREAM_HEADERS, events_message
 from services.gateway.openai.event_ids import ChoicePosition, EventId, StreamProgress, cannot_resume
 from services.gateway.openai.format import DONE, AnswerChoice, Envelope, StreamFormat, error_event, usage
 from services.gateway.openai.message import writers
@@ -29,11 +30,6 @@ RAW_SEND = "paceline.send"
 WriteError = Callable[[ApiError, str], Response]
 # The key in the scope's state for the WriteError of a path. The path's errors do not have OpenAI's shape.
 WRITE_ERROR = "write_error"
-STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
 T = TypeVar("T")
 # Writes an event. Gets a choice's index, text, log probabilities and token ids.
 _Shape = Callable[[int, str, dict[str, Any] | None, Sequence[int]], bytes]
@@ -125,7 +121,7 @@ class RunningAnswer(Response):
         if not self._started:
             await error_response(error, scope)(scope, receive, send)
         else:
-            await send({"type": "http.response.body", "body": self._error_event(error), "more_body": False})
+            await send(events_message(self._error_event(error), more_body=False))
 
     def _error_event(self, error: ApiError) -> bytes:
         """The event for a failure inside a stream."""
@@ -347,8 +343,7 @@ class StreamAnswer(RunningAnswer):
                     waiting_ids = []
                 if alone and self._started:
                     # The most frequent case. It skips the middleware, which has seen the start of the answer.
-                    body = progress.line(index) + event
-                    await self._raw_send({"type": "http.response.body", "body": body, "more_body": True})
+                    await self._raw_send(events_message(progress.line(index) + event))
                 else:
                     async with self._writing:
                         await self._emit(self._with_id(index, event))
@@ -409,7 +404,7 @@ class StreamAnswer(RunningAnswer):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         elif more_body:
             send = self._raw_send
-        await send({"type": "http.response.body", "body": body, "more_body": more_body})
+        await send(events_message(body, more_body=more_body))
 
 
 async def together(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.engine.timings import SERVER_TIMING, server_timing
 from services.gateway.errors import ApiError
+from services.gateway.http.events import STREAM_HEADERS, events_message
 from services.gateway.openai.answers import RAW_SEND, JsonResponse, error_response
 from services.gateway.responses_api.events import EventWriter, whole_response
 from services.gateway.responses_api.long_work import with_pieces
@@ -21,11 +22,6 @@ from services.gateway.responses_api.running import RunningResponse
 # At most this many pieces are written in one turn of the event loop. Old pieces need no wait, so without this limit
 # other requests would get no turn.
 _BATCH = 64
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 class _Reader(Response):
@@ -93,7 +89,7 @@ class ResponseEvents(_Reader):
             await response.change()
         if response.broken is not None and not response.pieces:
             raise response.broken
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
         await self._emit(raw_send, writer.begin())
         while True:
             while num_read < len(response.pieces):
@@ -114,7 +110,7 @@ class ResponseEvents(_Reader):
         # event. The event is sent in any case.
         is_cut = response.outcome is None or response.outcome.status == "cancelled"
         await self._emit(raw_send, last, with_last=is_cut)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send(events_message(b"", more_body=False))
 
     async def _emit(self, send: Send, events: list[bytes], *, with_last: bool = False) -> None:
         """Send the events that the client does not have. `with_last`: the last one in any case."""
@@ -123,4 +119,4 @@ class ResponseEvents(_Reader):
             left_out = min(left_out, len(events) - 1)
         self._num_written += len(events)
         if body := b"".join(events[left_out:]):
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send(events_message(body))

@@ -31,13 +31,13 @@ class StreamedReply:
         """The visible text, without reasoning and tool calls."""
         return "".join(self._pieces)
 
-    def feed(self, line: str, at_s: float) -> None:
+    def feed(self, line: bytes, at_s: float) -> None:
         """One line of the reply. Raises ReplyError."""
-        name, _, data = line.partition(":")
-        if name != "data":  # a comment, an event's name, an empty line
+        name, _, data = line.partition(b":")
+        if name != b"data":  # a comment, an event's name, an empty line
             return
         data = data.strip()
-        if data == "[DONE]":
+        if data == b"[DONE]":
             self.is_done = True
             return
         try:

@@ -15,22 +15,26 @@ from services.cli.bench.stats.slo import ServiceLevel, parse_slo
 from services.cli.bench.stats.summary import StageSummary, summarise
 
 
-def chunk(text: str | None = None, finish: str | None = None, **more: Any) -> str:
+def line(event: Any) -> bytes:
+    return b"data: " + json.dumps(event).encode()
+
+
+def chunk(text: str | None = None, finish: str | None = None, **more: Any) -> bytes:
     choice = {"index": 0, "delta": {} if text is None else {"content": text}, "finish_reason": finish}
-    return "data: " + json.dumps({"choices": [choice]} | more)
+    return line({"choices": [choice]} | more)
 
 
 def test_a_chat_with_usage() -> None:
     record = RequestRecord(0.9, 1.0)
     reply = StreamedReply(record)
-    reply.feed('data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}', 1.1)
+    reply.feed(line({"choices": [{"delta": {"role": "assistant", "content": ""}}]}), 1.1)
     for text, at_s in (("a", 1.5), ("b", 1.7), ("c", 2.0)):
         reply.feed(chunk(text), at_s)
-    reply.feed(": a comment", 2.05)
+    reply.feed(b": a comment", 2.05)
     reply.feed(chunk(finish="length"), 2.1)
     usage = {"prompt_tokens": 12, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 8}}
-    reply.feed("data: " + json.dumps({"choices": [], "usage": usage}), 2.2)
-    reply.feed("data: [DONE]", 2.3)
+    reply.feed(line({"choices": [], "usage": usage}), 2.2)
+    reply.feed(b"data: [DONE]", 2.3)
     reply.end(2.4)
     assert reply.text == "abc"
     assert (record.ttft_s, record.e2e_s, record.late_s) == pytest.approx((0.5, 1.1, 0.1))
@@ -44,7 +48,7 @@ def test_a_completion_without_usage_counts_its_pieces() -> None:
     record = RequestRecord(0, 0)
     reply = StreamedReply(record)
     for i in range(3):
-        reply.feed("data: " + json.dumps({"choices": [{"text": "x", "finish_reason": "stop" if i == 2 else None}]}), i)
+        reply.feed(line({"choices": [{"text": "x", "finish_reason": "stop" if i == 2 else None}]}), i)
     reply.end(9)
     assert (record.output_tokens, record.is_counted, record.prompt_tokens) == (3, False, None)
     assert (record.first_s, record.end_s) == (0, 2)
@@ -54,7 +58,7 @@ def test_a_completion_without_usage_counts_its_pieces() -> None:
 def test_reasoning_and_tool_calls_are_output(name: str) -> None:
     record = RequestRecord(0, 0)
     reply = StreamedReply(record)
-    reply.feed("data: " + json.dumps({"choices": [{"delta": {name: ["x"] if name == "tool_calls" else "x"}}]}), 3)
+    reply.feed(line({"choices": [{"delta": {name: ["x"] if name == "tool_calls" else "x"}}]}), 3)
     reply.feed(chunk(finish="stop"), 4)
     reply.end(5)
     assert (record.ttft_s, record.output_tokens, reply.text) == (3, 1, "")
@@ -64,22 +68,22 @@ def test_the_ttft_of_a_reply_without_text_is_the_time_until_its_end() -> None:
     record = RequestRecord(0, 0)
     reply = StreamedReply(record)
     reply.feed(chunk(finish="stop"), 4)
-    reply.feed("data: [DONE]", 5)
+    reply.feed(b"data: [DONE]", 5)
     reply.end(6)
     assert (record.ttft_s, record.e2e_s, record.tpot_s, record.output_tokens) == (4, 4, None, 0)
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("bad", "reason"),
     [
-        ("data: {", "not JSON"),
-        ("data: [1]", "not an object"),
-        ('data: {"error": {"code": "overloaded"}}', "error in the stream: overloaded"),
+        (b"data: {", "not JSON"),
+        (b"data: [1]", "not an object"),
+        (b'data: {"error": {"code": "overloaded"}}', "error in the stream: overloaded"),
     ],
 )
-def test_a_bad_chunk_fails_with_its_reason(line: str, reason: str) -> None:
+def test_a_bad_chunk_fails_with_its_reason(bad: bytes, reason: str) -> None:
     with pytest.raises(ReplyError, match=reason):
-        StreamedReply(RequestRecord(0, 0)).feed(line, 1)
+        StreamedReply(RequestRecord(0, 0)).feed(bad, 1)
 
 
 def test_a_stream_that_ends_early_fails() -> None:

@@ -98,7 +98,8 @@ async def test_the_model_must_be_clear(models: tuple[str, ...], monkeypatch: pyt
     [
         (httpx.Response(429, json={"error": {"code": "quota", "type": "x"}}), "HTTP 429 quota"),
         (httpx.Response(503, text="<html>"), "HTTP 503"),
-        (httpx.Response(200, text="data: {"), "bad stream: a chunk is not JSON"),
+        (httpx.Response(200, text="data: {\n"), "bad stream: a chunk is not JSON"),
+        (httpx.Response(200, text="data: {"), "the stream ended early"),
         (httpx.Response(200, text="hello"), "the stream ended early"),
         (httpx.ConnectError("no"), "cannot connect"),
         (httpx.ReadError("no"), "connection lost"),
@@ -118,3 +119,15 @@ async def test_a_failed_request_has_a_reason(
     await client.stream(b"{}", record)
     assert record.error == reason
     assert record.end_s >= record.sent_s > 0
+
+
+async def test_separators_in_a_text_end_no_line_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some servers send such characters unescaped."""
+    text = "a\x85b\u2028c\u2029"
+    chunk = json.dumps({"choices": [{"delta": {"content": text}, "finish_reason": "stop"}]}, ensure_ascii=False)
+    client = LoadClient("http://fake/v1", "", "chat", 5, "")
+    whole = httpx.MockTransport(lambda _: httpx.Response(200, text=f"data: {chunk}\n\ndata: [DONE]\n\n"))
+    monkeypatch.setattr(client, "_idle", [httpx.AsyncClient(transport=whole)])
+    record = RequestRecord(0, 0)
+    assert await client.stream(b"{}", record) == text
+    assert (record.error, record.finish_reason) == ("", "stop")
