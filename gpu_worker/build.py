@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -17,8 +18,8 @@ from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.decode_attention import WIDTH
 from gpu_worker.cpu.int8 import Int8Matmul, can_multiply_int8, packed_int8
-from gpu_worker.cpu.kernels import Int8Kernels, Kernels
-from gpu_worker.cpu.layers.all_layers import cpu_layers
+from gpu_worker.cpu.kernels import Int8Kernels, Kernels, compile_kernels
+from gpu_worker.cpu.layers.all_layers import compile_layers, cpu_layers
 from gpu_worker.cpu.matmul import PackedMatmul, check_threads, packing
 from gpu_worker.cpu.numbers import KERNEL_TYPES
 from gpu_worker.cpu.ops import CpuOps, largest_logits
@@ -244,13 +245,12 @@ class _RunnerMaker:
         ops: LayerOps
         if computes_at_once(settings, device, self.model.dtype) and torch.get_num_threads() > 1:
             sleep_between_steps()
-        matmul, all_layers = matmul_for(settings, device, self.model.dtype), None
+        with ThreadPoolExecutor() as children:
+            self._compile_kernels(children)
+            matmul, all_layers = matmul_for(settings, device, self.model.dtype), None
         has_spare_core = torch.get_num_threads() * settings.local_workers < whole_cores()
         if self.flashinfer is None and uses_kernels(settings, device, self.model.dtype):
-            wide_heads = config.head_dim % WIDTH == 0 and has_vectors(self.model.dtype)
-            kernels = Kernels(
-                self.model.dtype, torch.get_num_threads(), by_size=not settings.deterministic, wide_heads=wide_heads
-            )
+            kernels = Kernels(self.model.dtype, torch.get_num_threads(), **self._kernel_options)
             attention = CpuAttention(pool, config.windows, kernels, by_row=settings.deterministic)
             ops = CpuOps(config, self.max_model_len, kernels)
             largest = partial(largest_logits, kernels)
@@ -287,6 +287,19 @@ class _RunnerMaker:
             largest,
             leaves_core=lambda rows: has_spare_core or (all_layers is not None and all_layers.leaves_core(rows)),
         )
+
+    @property
+    def _kernel_options(self) -> dict[str, bool]:
+        wide_heads = self.model.config.head_dim % WIDTH == 0 and has_vectors(self.model.dtype)
+        return {"by_size": not self.settings.deterministic, "wide_heads": wide_heads}
+
+    def _compile_kernels(self, children: Executor) -> None:
+        """What a CPU's kernels need: at a first start two minutes of CPU time, in two processes at once."""
+        settings, dtype = self.settings, self.model.dtype
+        if self.flashinfer is None and uses_kernels(settings, self.device, dtype):
+            children.submit(compile_kernels, dtype, torch.get_num_threads(), **self._kernel_options)
+            if computes_at_once(settings, self.device, dtype):
+                children.submit(compile_layers, dtype)
 
 
 def check_quantization(settings: WorkerSettings, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from gpu_worker.cpu.numbers import FASTMATH, new_factors, softmax
+from gpu_worker.cpu.numbers import FASTMATH, fill, new_factors, softmax
 from gpu_worker.cpu.threads import new_counters, next_unit, shared_work
 from gpu_worker.cpu.vectors import (
     OUTPUTS,
@@ -141,7 +141,7 @@ def _pack(
             store_sums(seen, (panel * head_dim + d + j) * OUTPUTS, value)
 
 
-@njit(inline="always")
+@njit(fastmath=FASTMATH)
 def _attend_tile(
     query: Any, head: int, first_row: int, num_rows: int, keys: Any, values: Any, prefix: int, window: int,
     scale: float, own: Any, scores: Any, sums: Any, out: Any,
@@ -150,7 +150,7 @@ def _attend_tile(
     head_dim = query.shape[2]
     factors = np.empty(num_rows, np.float32)
     flat = own.reshape(-1), scores.reshape(-1), sums.reshape(-1)  # a division each
-    sums[:] = 0
+    fill(flat[2], np.float32(0))
     for i in range(len(own)):
         one = query[first_row + min(i, num_rows - 1), head]
         for d in range(0, head_dim, OUTPUTS):

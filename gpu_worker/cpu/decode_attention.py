@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from gpu_worker.cpu.numbers import FASTMATH, load, prefetch, softmax, store
+from gpu_worker.cpu.numbers import FASTMATH, divide, load, prefetch, softmax, store
 from gpu_worker.cpu.vectors import (
     add_keys,
     add_outputs,
@@ -70,7 +70,7 @@ def attend_heads_narrow(
     scores = np.empty((heads, kv_len - start), np.float32)
     _score_narrow(scaled, keys, table, start, kv_len, first, last, scores)
     for h in range(heads):
-        scores[h] /= softmax(scores[h], np.float32(1))
+        divide(scores[h], softmax(scores[h], np.float32(1)))
     total = np.zeros((heads, head_dim), np.float32)
     _weigh_narrow(scores, values, table, start, kv_len, first, last, total)
     for h in range(heads):
@@ -171,7 +171,7 @@ def attend_heads_wide(
         _score_block(own, keys, table[number], tokens, group, first, last, scale, later, ahead, scores, width)
     for h in range(heads):
         weights = scores[h * width : h * width + length]
-        weights /= softmax(weights, np.float32(1))
+        divide(weights, softmax(weights, np.float32(1)))
     for number in range(first_block, last_block + 1):
         tokens = _tokens(number, block_size, start, kv_len)
         # Behind the last block, the table may go on with the blocks of the next row, which is often computed next.

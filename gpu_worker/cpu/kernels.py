@@ -18,7 +18,7 @@ from gpu_worker.cpu.chunk_attention import attend_chunk
 from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child
 from gpu_worker.cpu.decode_attention import attend_narrow, attend_wide
 from gpu_worker.cpu.layer_kernels import norm, rotate, silu_and_mul, write
-from gpu_worker.cpu.numbers import INFINITY, KERNEL_TYPES, load, order_of, parts_of, scale_of, softmax, store
+from gpu_worker.cpu.numbers import INFINITY, KERNEL_TYPES, fill, load, order_of, parts_of, scale_of, softmax, store
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -36,7 +36,8 @@ def _mask_softmax(scores: Any, head_rows: int, group: int, window: int, scale: f
         factor = np.float32(1) / softmax(seen, scale)
         for t in range(len(seen)):
             seen[t] *= factor
-        scores[row, :start], scores[row, stop:] = 0, 0
+        fill(scores[row, :start], np.float32(0))
+        fill(scores[row, stop:], np.float32(0))
 
 
 def _split(x: Any, parts: Any, scales: Any) -> None:
@@ -114,6 +115,14 @@ class Int8Kernels:
         self.join = CompiledKernel(_join, joined, threads, least, rows_at=1, fastmath=False)
 
 
+def compile_kernels(dtype: torch.dtype, threads: int, *, by_size: bool, wide_heads: bool) -> None:
+    """Compile the kernels that Kernels has with these options, if the cache lacks them: see compile_in_child()."""
+    variant = f"{min(threads, config.NUMBA_NUM_THREADS, 2)}, by_size={by_size}, wide_heads={wide_heads}"
+    made = f"Kernels({dtype}, {variant}, compiles_here=True)"
+    first = attend_wide if wide_heads else attend_narrow
+    compile_in_child(first, f"import torch; from {__name__} import Kernels; {made}")
+
+
 class Kernels:
     """The kernels for arrays of one type, for one thread or for several. All are compiled here.
 
@@ -163,9 +172,7 @@ class Kernels:
         attention = attend_wide if wide_heads else attend_narrow
         began_s = time.monotonic()
         if not compiles_here:
-            variants = f"{min(threads, config.NUMBA_NUM_THREADS, 2)}, by_size={by_size}, wide_heads={wide_heads}"
-            made = f"Kernels({dtype}, {variants}, compiles_here=True)"
-            compile_in_child(attention, f"import torch; from {__name__} import Kernels; {made}")
+            compile_kernels(dtype, threads, by_size=by_size, wide_heads=wide_heads)
         self.attend_chunk = None
         if wide_heads:
             integer, packed, seen = types.intp, types.Array(number, 1, "C"), types.Array(single, 1, "C")

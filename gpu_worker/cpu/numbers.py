@@ -206,6 +206,21 @@ def exp(x: Any) -> Any:
     return power * float_of_bits(np.uint32((np.int32(turns) + np.int32(127)) << np.int32(23)))
 
 
+# With numpy's own operations on arrays, numba would also compile what writes their error messages: dozens of functions.
+@njit(inline="always")
+def fill(array: Any, number: Any) -> None:
+    """array = number, of one dimension."""
+    for i in range(len(array)):
+        array[i] = number
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def divide(array: Any, number: Any) -> None:
+    """array /= number, of one dimension."""
+    for i in range(len(array)):
+        array[i] /= number
+
+
 @njit(inline="always", fastmath=FASTMATH)
 def softmax(scores: Any, scale: Any) -> Any:
     """The softmax of scores * scale, float32, in place, but for the division by the sum, which it returns. NaN stays

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from gpu_worker.cpu.attention import CpuAttention, PlannedRows
 from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child, compiled_function
-from gpu_worker.cpu.decode_attention import WIDTH as HEAD_WIDTH
 from gpu_worker.cpu.huge_pages import use_huge_pages
 from gpu_worker.cpu.layers import arguments as at
-from gpu_worker.cpu.layers.function import narrow_layers, wide_layers
+from gpu_worker.cpu.layers.function import all_layers
 from gpu_worker.cpu.layers.logit_bounds import LogitBounds, logit_bounds
 from gpu_worker.cpu.layers.one_row import ThreadsOfOneRow
 from gpu_worker.cpu.matmul import PackedMatmul
@@ -53,16 +52,20 @@ _MOST_BYTES_ALONE = 192 << 20
 _FEW_BLOCKS, _CALLS_WITHOUT = 4, 100
 
 
-def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = False) -> Any:
-    """The function for models of this type. `wide_heads`, `compiles_here`: as of Kernels."""
-    function = wide_layers if wide_heads else narrow_layers
+def compile_layers(dtype: torch.dtype) -> None:
+    """Compile the function for models of this type, if the cache lacks it: see compile_in_child()."""
+    made = f"compiled_layers({dtype}, compiles_here=True)"
+    compile_in_child(all_layers, f"import torch; from {__name__} import compiled_layers; {made}")
+
+
+def compiled_layers(dtype: torch.dtype, *, compiles_here: bool = False) -> Any:
+    """The function for models of this type. `compiles_here`: as of Kernels."""
     pointers = types.CPointer(KERNEL_TYPES[dtype]), types.CPointer(types.int64), types.CPointer(types.float32)
     arguments = (*pointers, types.intp, types.intp)
     began_s = time.monotonic()
     if not compiles_here:
-        made = f"compiled_layers({dtype}, {wide_heads}, compiles_here=True)"
-        compile_in_child(function, f"import torch; from {__name__} import compiled_layers; {made}")
-    compiled = compiled_function(function, arguments)
+        compile_layers(dtype)
+    compiled = compiled_function(all_layers, arguments)
     _log.info("the function for all layers is ready", seconds=round(time.monotonic() - began_s, 1))
     return compiled
 
@@ -95,7 +98,7 @@ class CpuLayers:
         assert turns.dtype == np.float32
         assert turns.flags.c_contiguous
         self._attention = attention
-        self._function = compiled_layers(dtype, wide_heads=config.head_dim % HEAD_WIDTH == 0)
+        self._function = compiled_layers(dtype)
         self._run = CompiledKernel(run_threads, (types.intp,) * 5, threads, least=0)
         self._run_alone = CompiledKernel(run_threads, (types.intp,) * 5, 1, least=0)
         self._read_bytes = sum(array.nbytes for array in weights if array is not embedding)

@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray, njit
 
 from gpu_worker.cpu.chunk_attention import attend_part, pack_part
-from gpu_worker.cpu.decode_attention import attend_heads_narrow, attend_heads_wide
+from gpu_worker.cpu.decode_attention import WIDTH, attend_heads_narrow, attend_heads_wide
 from gpu_worker.cpu.layer_kernels import gated, norm, rotate
 from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.layers.likeliest import likeliest_part
@@ -24,20 +24,11 @@ _norm = njit(fastmath=FASTMATH)(norm)
 _rotate = njit(fastmath=FASTMATH)(rotate)
 
 
-def wide_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
-    """A thread's part of all layers of a model with heads of a multiple of 64. like: a pointer of the model's type."""
-    _run_thread(like, arguments, numbers, thread, threads, attend_heads_wide, _attend_chunk)
-
-
-def narrow_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
-    """A thread's part of all layers of any model, without longer chunks. like: a pointer of the model's type."""
-    _run_thread(like, arguments, numbers, thread, threads, attend_heads_narrow, _attend_no_chunk)
-
-
-@njit(inline="always")
-def _run_thread(
-    like: Any, arguments: Any, numbers: Any, thread: int, threads: int, attend_heads: Any, attend_chunk: Any
-) -> None:
+# numba compiles most functions below as a part of their only caller. By themselves, they would take longer to compile;
+# large ones would take longer as a part, because numba copies them for that.
+def all_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
+    """A thread's part of all layers of any model, and of longer chunks if its heads are of a multiple of 64. like: a
+    pointer of the model's type."""
     a, singles = carray(arguments, (at.NUM_ARGUMENTS,)), carray(numbers, (2,))
     like, ints = carray(like, (0,)), np.empty(0, np.int32)
     eps, scale = singles[at.EPS], singles[at.SCALE]
@@ -102,11 +93,11 @@ def _run_thread(
 
         queries, window = heads[:, :num_heads], windows[index]
         attending = wanted_tables if skips_queries else tables
-        _attend_part(queries, keys[index], values[index], attending, window, scale, work, attend_heads, mixed)
+        _attend_part(queries, keys[index], values[index], attending, window, scale, work, mixed)
         for number in range(0 if skips_queries else len(chunks)):
             chunk = block_ids, chunks[number]
             pool_part = keys[index], values[index]
-            meetings = attend_chunk(
+            meetings = _attend_chunk(
                 queries, pool_part, chunk, window, scale, packed, work, _arrived(a), meetings, mixed
             )
         meetings = meet(_arrived(a), threads, meetings)
@@ -243,7 +234,7 @@ def _copy_rows(table: Any, which: Any, out: Any) -> None:
 
 @njit(inline="always")
 def _attend_part(
-    query: Any, keys: Any, values: Any, tables: Any, window: int, scale: float, work: Any, attend_heads: Any, out: Any
+    query: Any, keys: Any, values: Any, tables: Any, window: int, scale: float, work: Any, out: Any
 ) -> None:
     """A thread's part of all rows. One thread takes all KV heads of a row, because they are side by side in memory. If
     there are more threads than rows, the threads share the heads, too."""
@@ -255,7 +246,10 @@ def _attend_part(
         i, part = unit // parts, unit % parts
         first, last = kv_heads * part // parts, kv_heads * (part + 1) // parts
         table = block_ids[first_blocks[i] :]
-        attend_heads(query, rows[i], keys, values, table, kv_lens[i], window, scale, first, last, out)
+        if query.shape[2] % WIDTH == 0:
+            attend_heads_wide(query, rows[i], keys, values, table, kv_lens[i], window, scale, first, last, out)
+        else:
+            attend_heads_narrow(query, rows[i], keys, values, table, kv_lens[i], window, scale, first, last, out)
         unit = next_unit(work, len(kv_lens) * parts)
 
 
@@ -280,22 +274,6 @@ def _attend_chunk(
     pack_part(keys, values, block_ids[first_block:], count, kv_len, window, work, packed, seen)
     meetings = meet(arrived, threads, meetings)
     attend_part(query, keys, first_row, count, kv_len, window, scale, packed, seen, work, out)
-    return meetings
-
-
-@njit(inline="always")
-def _attend_no_chunk(
-    query: Any,
-    pool: Any,
-    chunk: Any,
-    window: int,
-    scale: float,
-    scratch: Any,
-    work: Any,
-    arrived: Any,
-    meetings: int,
-    out: Any,
-) -> int:
     return meetings
 
 

@@ -13,7 +13,7 @@ from numba import njit
 
 from gpu_worker.cpu.layers.byte_products import add_bytes, join_bytes, largest_of_bytes
 from gpu_worker.cpu.layers.logit_bounds import LARGEST_NUMBER, LEAST_NUMBER, ZERO
-from gpu_worker.cpu.numbers import INFINITY, load, number_of, order_of, parts_of, prefetch, scale_of
+from gpu_worker.cpu.numbers import INFINITY, fill, load, number_of, order_of, parts_of, prefetch, scale_of
 from gpu_worker.cpu.products import multiply_block, multiply_table_token, new_scratch
 from gpu_worker.cpu.threads import meet, next_unit
 from gpu_worker.cpu.vectors import OUTPUTS, places_of, store_sums, zero_sums
@@ -52,13 +52,13 @@ def likeliest_part(
     for row in range(count):
         _split_row(rows[row], parts[row], zeros[:, row], sizes[row])
     best = np.empty((count, 2), np.int32)
-    best[:] = _NOTHING
+    fill(best.reshape(-1), _NOTHING)
     _bound_blocks(parts.reshape(-1), zeros[0], sizes, copy, work, upper, best)
-    found[0, thread] = best
+    _copy(best, found[0, thread])
     meetings = meet(arrived, threads, meetings)
 
     likeliest = np.empty(count, np.int64)
-    best[:] = _NOTHING
+    fill(best.reshape(-1), _NOTHING)
     for row in range(count):
         order, likeliest[row] = _best_of(found[0], row)
         if row % threads == thread:
@@ -78,12 +78,19 @@ def likeliest_part(
                 own_thresholds[row] = _try_block(one, digits, head, is_table, copy, unit, threshold, best[row])
                 num_tried += 1
         unit = next_unit(work, upper.shape[1])
-    found[1, thread], tried[thread] = best, num_tried
+    _copy(best, found[1, thread])
+    tried[thread] = num_tried
     meetings = meet(arrived, threads, meetings)
     for row in range(thread, count, threads):
         order, token = _best_of(found[1], row)
         failed[row] = order >= INFINITY or order <= -INFINITY
         tokens[row] = 0 if failed[row] else token
+
+
+@njit(inline="always")
+def _copy(best: Any, out: Any) -> None:
+    for row in range(len(best)):
+        out[row, 0], out[row, 1] = best[row, 0], best[row, 1]
 
 
 @njit(inline="always")
@@ -207,7 +214,7 @@ def _bound_tokens(digits: Any, copy: Any, first: int, width: int, upper: Any) ->
     """The upper bounds of a row's logits in a block, from all digits."""
     (codes, scales, errors, _), (parts, zeros, (scale, length, _)) = copy, digits
     if not length >= 0:
-        upper[:] = np.inf
+        fill(upper, np.float32(np.inf))
         return
     sums, places = (zero_sums(), zero_sums()), places_of((0, 0), 0, 1, width, 0)
     flat, offset = parts.reshape(-1), first * width
