@@ -51,12 +51,14 @@ _FETCHING, _STEP = 8, 16
 # One line in so many is enough, because the processor fetches those beside it. Each line, or one in eight, is slower
 # than none.
 _AHEAD_BYTES, _LINES_APART = 6 << 10, 4
+# Arguments of products in kernels. For each literal in their place, numba would compile a product again.
+YES, NO, FIRST = np.bool_(True), np.bool_(False), np.intp(0)
 
 
 def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: Any) -> None:
     counters = new_counters(threads)
     for thread in prange(threads):
-        multiply_part(rows, packed, bias, adds, 0, shared_work(counters, thread, threads), out)
+        multiply_part(rows, packed, bias, adds, FIRST, shared_work(counters, thread, threads), out)
 
 
 @njit(fastmath=False)  # otherwise it takes over the option of its first caller
@@ -136,7 +138,7 @@ def _multiply_inputs_of_type(flat: Any, sizes: Any, packed: Any, offset: int, wi
             return
         for at in range(0, (task[1] - task[0]) * OUTPUTS, 2 * OUTPUTS):
             widen_weights(packed, offset + at, wide, at)
-        _multiply_groups(flat, sizes, wide, 0, task)
+        _multiply_groups(flat, sizes, wide, FIRST, task)
 
     return as_packed if flat[1].dtype == packed.dtype else as_floats
 

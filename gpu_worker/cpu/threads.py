@@ -70,7 +70,8 @@ def new_counters(threads: int) -> Any:
 def shared_work(counters: Any, thread: int, threads: int) -> Any:
     """A thread's view of work that all threads share: the argument of next_unit()."""
     # Of each counter what it was when the current work began, then how many shares this thread has seen to their end.
-    return counters, np.zeros(threads + 1, np.int64), thread, threads
+    # In a parallel loop its number is unsigned. For this other type, numba would compile again all that gets it.
+    return counters, np.zeros(threads + 1, np.int64), np.intp(thread), threads
 
 
 @njit(fastmath=False)  # not inline: that would compile it many times

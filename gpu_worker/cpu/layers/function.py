@@ -13,7 +13,7 @@ from gpu_worker.cpu.layer_kernels import gated, norm, rotate
 from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.layers.likeliest import likeliest_part
 from gpu_worker.cpu.numbers import FASTMATH, load, store
-from gpu_worker.cpu.products import multiply_part, multiply_table_part
+from gpu_worker.cpu.products import FIRST, NO, YES, multiply_part, multiply_table_part
 from gpu_worker.cpu.threads import COUNTER, add_one, array_at, meet, next_unit, shared_work
 from gpu_worker.cpu.vectors import OUTPUTS
 
@@ -77,7 +77,7 @@ def all_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: in
         bias = array_at(layer[at.QKV_BIAS], projected.shape[1] if layer[at.QKV_BIAS] else 0, like)
         qkv = array_at(layer[at.QKV], width * projected.shape[1], like)
         first = num_heads * head_dim // OUTPUTS if skips_queries else 0
-        multiply_part(normed, qkv, bias, False, first, work, projected)
+        multiply_part(normed, qkv, bias, NO, first, work, projected)
         meetings = meet(_arrived(a), threads, meetings)
         if skips_queries:
             matrix, own_bias = qkv[: mixed.shape[1] * width], bias[: mixed.shape[1]]
@@ -112,13 +112,13 @@ def all_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: in
             hidden, mixed = result, kept
 
         output = array_at(layer[at.OUTPUT], width * mixed.shape[1], like)
-        multiply_part(mixed, output, empty, True, 0, work, hidden)
+        multiply_part(mixed, output, empty, YES, FIRST, work, hidden)
         meetings = meet(_arrived(a), threads, meetings)
 
         normed, meetings = _normed(a, hidden, layer[at.MLP_NORM], eps, thread, threads, meetings)
         matrix = array_at(layer[at.GATE_UP_MATRIX], width * 2 * inner, like)
         gate_up = array_at(a[at.GATE_UP], len(hidden) * 2 * inner, like).reshape(len(hidden), 2 * inner)
-        multiply_part(normed, matrix, empty, False, 0, work, gate_up)
+        multiply_part(normed, matrix, empty, NO, FIRST, work, gate_up)
         meetings = meet(_arrived(a), threads, meetings)
 
         activated = array_at(a[at.ACTIVATED], len(hidden) * inner, like).reshape(len(hidden), inner)
@@ -126,7 +126,7 @@ def all_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: in
         meetings = meet(_arrived(a), threads, meetings)
 
         down = array_at(layer[at.DOWN], width * inner, like)
-        multiply_part(activated, down, empty, True, 0, work, hidden)
+        multiply_part(activated, down, empty, YES, FIRST, work, hidden)
         meetings = meet(_arrived(a), threads, meetings)
     if a[at.LOGITS] or a[at.LIKELIEST]:
         normed, meetings = _normed(a, result, a[at.FINAL_NORM], eps, thread, threads, meetings)
@@ -137,7 +137,7 @@ def all_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: in
         elif a[at.HEAD_IS_TABLE]:
             multiply_table_part(normed, head.reshape(a[at.VOCAB], width), work, logits)
         else:
-            multiply_part(normed, head, empty, False, 0, work, logits)
+            multiply_part(normed, head, empty, NO, FIRST, work, logits)
     add_one(_arrived(a), 2)
 
 
@@ -204,7 +204,7 @@ def _project_wanted(
     wanted = array_at(a[at.WANTED], count, a)
     rows, out = np.empty((count, normed.shape[1]), normed.dtype), scratch[:count]
     _copy_rows(normed, wanted, rows)
-    multiply_part(rows, matrix, bias, False, 0, work, out)
+    multiply_part(rows, matrix, bias, NO, FIRST, work, out)
     meetings = meet(_arrived(a), threads, meetings)
     for row in range(count * thread // threads, count * (thread + 1) // threads):
         for d in range(outputs):

@@ -14,7 +14,7 @@ from numba import njit
 from gpu_worker.cpu.layers.byte_products import add_bytes, join_bytes, largest_of_bytes
 from gpu_worker.cpu.layers.logit_bounds import LARGEST_NUMBER, LEAST_NUMBER, ZERO
 from gpu_worker.cpu.numbers import INFINITY, fill, load, number_of, order_of, parts_of, prefetch, scale_of
-from gpu_worker.cpu.products import multiply_block, multiply_table_token, new_scratch
+from gpu_worker.cpu.products import FIRST, NO, multiply_block, multiply_table_token, new_scratch
 from gpu_worker.cpu.threads import meet, next_unit
 from gpu_worker.cpu.vectors import OUTPUTS, places_of, store_sums, zero_sums
 
@@ -195,7 +195,7 @@ def _try_block(
         return threshold
     logits, own = np.empty((1, OUTPUTS), row.dtype), head[first * width : (first + count) * width]
     if not is_table:
-        multiply_block(row, own, 0, own[:0], False, 0, new_scratch(row, own, 1), logits)
+        multiply_block(row, own, FIRST, own[:0], NO, FIRST, new_scratch(row, own, 1), logits)
     for i in range(count):
         if upper[i] >= floor:
             if is_table:
