@@ -245,8 +245,8 @@ class _RunnerMaker:
         ops: LayerOps
         if computes_at_once(settings, device, self.model.dtype) and torch.get_num_threads() > 1:
             sleep_between_steps()
-        with ThreadPoolExecutor() as children:
-            self._compile_kernels(children)
+        with ThreadPoolExecutor(min(2, whole_cores())) as starters:
+            self._compile_kernels(starters)
             matmul, all_layers = matmul_for(settings, device, self.model.dtype), None
         has_spare_core = torch.get_num_threads() * settings.local_workers < whole_cores()
         if self.flashinfer is None and uses_kernels(settings, device, self.model.dtype):
@@ -293,13 +293,14 @@ class _RunnerMaker:
         wide_heads = self.model.config.head_dim % WIDTH == 0 and has_vectors(self.model.dtype)
         return {"by_size": not self.settings.deterministic, "wide_heads": wide_heads}
 
-    def _compile_kernels(self, children: Executor) -> None:
-        """What a CPU's kernels need: at a first start two minutes of CPU time, in two processes at once."""
+    def _compile_kernels(self, starters: Executor) -> None:
+        """Start child processes that compile the kernels for CPUs that the cache lacks: up to two minutes of CPU time.
+        If a child fails, its set is tried again where it is needed, alone: together they may need too much memory."""
         settings, dtype = self.settings, self.model.dtype
         if self.flashinfer is None and uses_kernels(settings, self.device, dtype):
-            children.submit(compile_kernels, dtype, torch.get_num_threads(), **self._kernel_options)
-            if computes_at_once(settings, self.device, dtype):
-                children.submit(compile_layers, dtype)
+            starters.submit(compile_kernels, dtype, torch.get_num_threads(), **self._kernel_options)
+            if computes_at_once(settings, self.device, dtype) and not self.model.config.output_bias:
+                starters.submit(compile_layers, dtype)
 
 
 def check_quantization(settings: WorkerSettings, device: torch.device) -> None:

@@ -119,10 +119,15 @@ def compile_in_child(kernel: Any, code: str) -> None:
             # The same modules as this process has. Its log is not needed: this process says the same.
             command, quiet = [sys.executable, "-P", "-c", code], subprocess.DEVNULL
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-            child = subprocess.run(command, env=environment, stdin=quiet, stdout=quiet, check=False)
+            _log.info("compiling kernels for this CPU; later starts find them", kernels=kernel.__name__)
+            # The child has the lock, too: if this process is killed, its next start waits for the child.
+            child = subprocess.run(
+                command, env=environment, stdin=quiet, stdout=quiet, pass_fds=(done.fileno(),), check=False
+            )
             if child.returncode != 0:
                 raise OSError(f"the child process ended with status {child.returncode}")
             done.write("done")
     except OSError as error:  # a full or foreign folder, or one without locks
         reason = f"{type(error).__name__}: {error}"
-        _log.warning("later starts may round differently, because this process compiles the kernels", reason=reason)
+        message = "no child process has compiled the kernels; if this process does, later starts may round differently"
+        _log.warning(message, kernels=kernel.__name__, reason=reason)

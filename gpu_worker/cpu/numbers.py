@@ -209,14 +209,14 @@ def exp(x: Any) -> Any:
 # With numpy's own operations on arrays, numba would also compile what writes their error messages: dozens of functions.
 @njit(inline="always")
 def fill(array: Any, number: Any) -> None:
-    """array = number, of one dimension."""
+    """array[:] = number, for one dimension."""
     for i in range(len(array)):
         array[i] = number
 
 
 @njit(inline="always", fastmath=FASTMATH)
 def divide(array: Any, number: Any) -> None:
-    """array /= number, of one dimension."""
+    """array /= number, for one dimension."""
     for i in range(len(array)):
         array[i] /= number
 

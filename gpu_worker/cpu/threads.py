@@ -70,7 +70,7 @@ def new_counters(threads: int) -> Any:
 def shared_work(counters: Any, thread: int, threads: int) -> Any:
     """A thread's view of work that all threads share: the argument of next_unit()."""
     # Of each counter what it was when the current work began, then how many shares this thread has seen to their end.
-    # In a parallel loop its number is unsigned. For this other type, numba would compile again all that gets it.
+    # The index of a parallel loop is unsigned. For this type, numba would compile each function that gets it again.
     return counters, np.zeros(threads + 1, np.int64), np.intp(thread), threads
 
 

@@ -24,10 +24,10 @@ _norm = njit(fastmath=FASTMATH)(norm)
 _rotate = njit(fastmath=FASTMATH)(rotate)
 
 
-# numba compiles most functions below as a part of their only caller. By themselves, they would take longer to compile;
-# large ones would take longer as a part, because numba copies them for that.
+# Small functions below are inlined, because by themselves they take longer to compile. Large ones are not, because
+# numba copies an inlined function several times.
 def all_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
-    """A thread's part of all layers of any model, and of longer chunks if its heads are of a multiple of 64. like: a
+    """A thread's part of all layers of any model, with longer chunks if its heads are of a multiple of 64. like: a
     pointer of the model's type."""
     a, singles = carray(arguments, (at.NUM_ARGUMENTS,)), carray(numbers, (2,))
     like, ints = carray(like, (0,)), np.empty(0, np.int32)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class EventLines:
-    """Gets a stream's bytes in chunks. (httpx' own lines would also end at U+2028 and the like, which may be part of a
-    text.)"""
+    """Gets a stream's bytes in chunks. Lines end at line feeds; a last line without one is not given. (httpx' own lines
+    would also end at U+2028 and the like, which may be part of a text.)"""
 
     def __init__(self) -> None:
         self._rest: list[bytes] = []  # a large event comes in many chunks
